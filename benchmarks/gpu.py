@@ -93,7 +93,7 @@ console = Console(soft_wrap=True, highlight=False)
 
 
 class Effort(NamedTuple):
-    """How much to measure. seconds: minimum of each measurement of the share."""
+    """The amount to measure. seconds: minimum of each measurement of the share."""
 
     posts: int
     seconds: float

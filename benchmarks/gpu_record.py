@@ -74,7 +74,7 @@ POLL_S = 0.25
 
 
 class Size(NamedTuple):
-    """How much to measure."""
+    """The amount to measure."""
 
     #: Posts per second that a worker, and all of them, have at most; and seconds of a measurement.
     worker_rate: int
@@ -89,7 +89,7 @@ TINY = Size(300, 600, 1.0, 40, is_tiny=True)
 
 
 class Run(NamedTuple):
-    """What the workers did in a measurement."""
+    """The workers' figures in a measurement."""
 
     devices: str
     workers: int

@@ -1,4 +1,4 @@
-"""What tracing costs a worker: CPU time per post with and without OpenTelemetry.
+"""Measure the cost of tracing to a worker: CPU time per post with and without OpenTelemetry.
 
     python -m benchmarks.tracing --posts posts.jsonl --limit 2000 --rounds 6
 

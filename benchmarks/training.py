@@ -45,8 +45,8 @@ from feedmill.workers.models import device
 
 
 class Variant(NamedTuple):
-    """What a variant changes: options of the training, its precision, values of --trainer, and the
-    order of posts.
+    """The changes of a variant: options of the training, its precision, values of --trainer, and
+    the order of posts.
     """
 
     options: Mapping[str, Any] = {}

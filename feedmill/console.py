@@ -57,7 +57,7 @@ def _columns(figure: progress.ProgressColumn) -> tuple[progress.ProgressColumn, 
 
 
 class Figures(NamedTuple):
-    """What a bar shows: a description, the amount done, and the total if it is known."""
+    """The content of a bar: a description, the amount done, and the total if it is known."""
 
     description: str
     done: float

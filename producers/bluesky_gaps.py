@@ -60,7 +60,7 @@ TOO_YOUNG = "the archive does not have the beginning of the gap"
 ENDLESS = "the archive's list of segments is too long, or repeats itself"
 MISSING = "the archive lists a segment that it does not have"
 
-#: What `_fill` yields after each request.
+#: Value that `_fill` yields after each request.
 STEP = object()
 
 

@@ -96,7 +96,7 @@ NOT_UTF8 = (
     "not UTF-8; save the file as UTF-8, or give its encoding, such as --encoding cp1252 "
     "for Excel on Windows"
 )
-#: How a single object with the columns, or the records, of a whole table begins, and what to do
+#: Beginnings of a single object with the columns or records of a whole table, and what to do
 #: with it.
 COLUMN_START = re.compile(r'\{\s*"[^"\\]*"\s*:\s*\{\s*"0"\s*:\s*[^{\s]')
 LIST_START = re.compile(
@@ -188,7 +188,7 @@ class FileSource:
         #: another encoding than UTF-8. Set after the first record.
         self.has_mark = False
         self._file: FileIO | None = None
-        #: What `close` closes; None if the file is closed at its end.
+        #: File that `close` closes; None if the file is closed at its end.
         self._exit_stack: ExitStack | None = None
         #: Size of the file in bytes; None if unknown.
         self.size: int | None = None

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-#: How to get room in a full Redis. Nothing else may happen for hours, if no worker runs.
+#: Advice on room in a full Redis. Nothing else may happen for hours, if no worker runs.
 MEMORY_ADVICE = (
     f"Start workers, raise its maxmemory, or lower {PREFIX}RESULTS_MEMORY or "
     f"{PREFIX}SENT_MEMORY"

@@ -252,7 +252,7 @@ DETECTED = Columns()
 
 @dataclass(frozen=True)
 class FileOptions:
-    """How to read posts from a file: names of its columns, and its encoding.
+    """Options of reading posts from a file: names of its columns, and its encoding.
 
     None detects a column by its name, and UTF-8, or UTF-16 with its mark. date_format: as for
     `Columns`.

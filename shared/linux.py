@@ -1,4 +1,4 @@
-"""What only Linux or its C library offers, with a fallback for other systems: the only module that
+"""Functions of Linux and its C library, with a fallback for other systems: the only module that
 calls it.
 """
 

@@ -45,7 +45,7 @@ class Problem(NamedTuple):
 
 
 class FlowerReport(NamedTuple):
-    """What a Flower reported. age_s: seconds since then, by Redis' clock. silence_s: seconds for
+    """The report of a Flower. age_s: seconds since then, by Redis' clock. silence_s: seconds for
     which Redis had not answered the connection that receives events.
     """
 

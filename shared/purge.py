@@ -62,7 +62,7 @@ class PurgedPosts(NamedTuple):
     #: Ids about which something was stored, and those about which nothing was.
     matched: list[str]
     unmatched: list[str]
-    #: Those of the latter that had been purged before.
+    #: Members of the latter that had been purged before.
     purged_before: set[str]
     #: Messages that no purge can read: workers refuse them.
     unreadable: int

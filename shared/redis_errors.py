@@ -85,7 +85,7 @@ class Refusal(NamedTuple):
     """An error that Redis answers."""
 
     applies: Callable[[BaseException], bool]
-    #: What Redis does, and how to fix it, for users. It continues "Redis at HOST".
+    #: The failure and its mend, for users. Continues "Redis at HOST".
     text: str
     #: Whether Redis may accept the same command later, without anyone's help.
     is_temporary: bool = False
@@ -207,15 +207,15 @@ REFUSALS = (
         f"or another service. Set {PREFIX}REDIS_URL to a server that docs/redis.md lists.",
     ),
 )
-#: What users read of an error that is not in REFUSALS, a bug of Feedmill or of a service that
+#: Message for users about an error that is not in REFUSALS, a bug of Feedmill or of a service that
 #: resembles Redis.
 UNKNOWN_REFUSAL = (
     "refuses a command ({said}). Check that it is Redis 7.0 or Valkey 8 or newer; if it is, "
     "report this error with the "
     f"output of {PREFIX}LOG_LEVEL=debug."
 )
-#: What users read if the connection fails: without TLS if nothing answers, if it is ended, and if
-#: the answer is in another protocol; and with TLS.
+#: Messages for users if the connection fails: without TLS if nothing answers, if it is ended, and
+#: if the answer is in another protocol; and with TLS.
 UNREACHABLE = (
     f"is unreachable ({{said}}). Start the embedded stack with `feedmill up`, or set "
     f"{PREFIX}REDIS_URL to a Redis that runs."

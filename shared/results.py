@@ -72,8 +72,8 @@ CONTEXT_NAME = " "
 #: Start of a packed result: context, `classified_at`, `queued_seconds` (NaN for None), number of
 #: the best label. Then come the scores.
 BODY = struct.Struct(">8sddH")
-#: What may follow the scores: steps of `labels_threshold`, 0 for None. Then comes the language, in
-#: ASCII. Workers of earlier versions do not read it.
+#: Further parts after the scores: steps of `labels_threshold`, 0 for None. Then comes the
+#: language, in ASCII. Workers of earlier versions do not read it.
 TAIL = struct.Struct(">H")
 #: The number of the best label of a post without a label. A label set has at most 1,000.
 NO_NUMBER: Final = 2**16 - 1
@@ -107,7 +107,7 @@ origin_values_of = attrgetter(*Origin._fields)
 
 
 class ResultContext(NamedTuple):
-    """What many results share: labels and origin."""
+    """The context that many results share: labels and origin."""
 
     labels: tuple[str, ...]
     origin: Origin
@@ -819,7 +819,7 @@ def newest_first(
 
 
 class _LetterCall(NamedTuple):
-    """What is sent to Redis of a dead letter (shared/scripts/results.lua)."""
+    """The fields of a dead letter for Redis (shared/scripts/results.lua)."""
 
     #: Post id, digest, run, reason, and the ids of posts in the text of a letter without a post
     #: id.

@@ -15,7 +15,7 @@ VERIFIED = "required"
 
 
 class _ConnectionOptions(NamedTuple):
-    """What broker and result backend need beyond an address."""
+    """Options of broker and result backend beyond an address."""
 
     #: Name of the variable in the code.
     variable: str

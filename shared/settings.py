@@ -306,7 +306,7 @@ class Settings(BaseSettings):
     mastodon_url: Annotated[
         str, _form(r"https?://[^/?#\s@]+", "a URL such as https://mastodon.example")
     ] = Field("https://mastodon.social", description="URL of a Mastodon server.")
-    #: Of an app with the scope read:statuses. Unset: the server is read without one.
+    #: Token of an app with the scope read:statuses. Unset: the server is read without one.
     mastodon_token: SecretStr | None = None
     #: Some servers refuse programs that do not name themselves; Reddit limits them more.
     feeds_user_agent: (
@@ -386,7 +386,7 @@ class Settings(BaseSettings):
         "auto",
         description="Data type: auto, float32, bfloat16, float16 or int8.",
     )
-    #: Those of a worker apply to messages without labels (docs/models.md). Unset: the sixteen
+    #: A worker's labels apply to messages without labels (docs/models.md). Unset: the sixteen
     #: topics of shared/topics.json.
     labels: Annotated[Labels | None, NoDecode] = Field(
         None,

@@ -101,7 +101,7 @@ def mutant(file: Path, number: int) -> tuple[int, str, str]:
 
 
 class Covered:
-    """Which tests execute a line."""
+    """The tests that execute a line."""
 
     def __init__(self, file: str) -> None:
         data = CoverageData(file)

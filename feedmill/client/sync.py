@@ -32,7 +32,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 CLOSING_S = 5.0
 #: All clients of this process, whose locks a forked one renews.
 _CLIENTS: "weakref.WeakSet[Client]" = weakref.WeakSet()
-#: What ends an iteration.
+#: Marks the end of an iteration.
 _END: Any = object()
 
 

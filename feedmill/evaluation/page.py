@@ -35,7 +35,7 @@ class ConfusionRow:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """What the page shows of a model."""
+    """A model on the page."""
 
     name: str
     labels: list[str]

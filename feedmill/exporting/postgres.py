@@ -269,7 +269,7 @@ class Table:
         self._named = 0
         #: Whether this run has warned of rows that a trigger or a rule took.
         self._has_named_taken_rows = False
-        #: Those of FURTHER_COLUMNS that exports to this table have written so far.
+        #: Members of FURTHER_COLUMNS that exports to this table have written so far.
         self._own_columns: list[str] = []
         self._repeated = deque[Purge](maxlen=REPEATED_PURGES)
         #: Time at which refused rows are offered again (monotonic seconds), and whether all are,

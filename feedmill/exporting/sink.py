@@ -1,4 +1,4 @@
-"""What an export writes to, as the export sees it.
+"""The destination of an export, as the export sees it.
 
 A new kind of sink is one module with a `Destination`, and an entry in `DATABASES` of `request.py`.
 tests/integration/test_sinks.py runs the same tests on every kind.

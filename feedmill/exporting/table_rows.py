@@ -35,7 +35,7 @@ EPOCH = datetime(
     1,
     tzinfo=UTC,
 )
-#: What PostgreSQL cannot store in text, and what it stores instead; and NUL in JSON, after any
+#: Text that PostgreSQL cannot store, and its replacement; and NUL in JSON, after any
 #: escaped backslashes.
 NUL = "\0"
 REPLACEMENT = "\ufffd"

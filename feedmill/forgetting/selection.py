@@ -1,5 +1,5 @@
-"""What to forget: ids in any form, an account, an author, a run, a subreddit, or a value of a kept
-column.
+"""The selection of posts to forget: ids in any form, an account, an author, a run, a subreddit,
+or a value of a kept column.
 
 The names of authors and the values of columns are personal data themselves. They are compared by
 their salted digests, so that the log of deletions need not name them.
@@ -26,7 +26,7 @@ AUTHOR_FIELDS = frozenset({
 })  # fmt: skip
 #: Fields of an object in place of an author's name.
 NAME_FIELDS = ("id", "login", "name", "screen_name", "username")
-#: What people write before a name.
+#: Prefixes that people write before a name.
 NAME_PREFIXES = ("/u/", "u/", "/user/", "user/", "@")
 SUBREDDIT_PREFIXES = ("/r/", "r/")
 #: Maximum characters of a name or a value.

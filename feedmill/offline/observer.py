@@ -1,4 +1,4 @@
-"""What a labelling tells its caller. Imports no pyarrow, unlike the labelling."""
+"""An observer of a labelling. Imports no pyarrow, unlike the labelling."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING

@@ -1,1 +1,1 @@
-"""What became of posts: results and dead letters, read, retried and deleted."""
+"""Outcomes of posts: results and dead letters, read, retried and deleted."""

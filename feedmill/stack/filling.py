@@ -105,7 +105,7 @@ def _fitting(measurement: Measurement, usable_memory: float) -> int:
 
 
 class Observation(NamedTuple):
-    """What a GPU's workers do together."""
+    """The rates of a GPU's workers together."""
 
     #: Recent posts per second, and share of the time that the device computed.
     posts_per_s: float

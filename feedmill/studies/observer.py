@@ -1,4 +1,4 @@
-"""What a study tells its caller. Imports no pyarrow, unlike the study."""
+"""An observer of a study. Imports no pyarrow, unlike the study."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING

@@ -21,7 +21,7 @@ BATCH_POSTS = 2_000
 BATCHES_PER_ACTOR = 2
 #: Seconds to wait for a batch before signals are handled.
 WAIT_S = 1.0
-#: What an actor takes of the cluster.
+#: Resources of an actor in the cluster.
 CPUS_PER_ACTOR = 1
 GPUS_PER_ACTOR = 1
 #: Starts of an actor, and repetitions of a batch, without a limit: Ray's number for it.

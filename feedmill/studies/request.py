@@ -32,7 +32,7 @@ PART_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRequest:
-    """What to study.
+    """A study's dumps, filters and labels.
 
     dumps: files, or folders of them. filters: of the records. options: those of the call.
     is_default: see `load_offline`. context: classify comments with their posts' titles. titles:

@@ -22,7 +22,7 @@ VERSION = 1
 
 @dataclass
 class DumpState:
-    """How far a dump is read.
+    """The position in a dump.
 
     size: in bytes, by which a changed file is noticed. records: those read. problem: why it could
     not be read to its end; "" if it could. The other numbers are records without a row: left out

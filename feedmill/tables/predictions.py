@@ -33,7 +33,7 @@ COLUMNS = (
     "title",
     "body",
 )
-#: Of a post that was labelled wrong: the training post that is nearest to it.
+#: The training post nearest to a post that was labelled wrong.
 NEAREST_COLUMNS = (
     "nearest_id",
     "nearest_label",

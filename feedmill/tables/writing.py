@@ -239,7 +239,7 @@ class JsonlWriter(_TextWriter):
 
     def __init__(self, file: BinaryIO, schema: pa.Schema, compression: str) -> None:
         super().__init__(file, compression)
-        #: What comes before the value of each column.
+        #: Text before the value of each column.
         self._keys: list[str] = []
         separator = "{"
         for name in schema.names:

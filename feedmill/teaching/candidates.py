@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether only random picks take the post."""
+        """True if only random picks take the post."""
         number = int(_digest(self.key.text, 8), 16)
         return number % RANDOM_EVERY == 0
 

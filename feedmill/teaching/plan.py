@@ -1,4 +1,4 @@
-"""What the process of a lesson is told: answers, posts without one, and where the model goes."""
+"""The input of a lesson's process: answers, posts without one, and the model's folder."""
 
 from pydantic import BaseModel
 
@@ -30,7 +30,7 @@ class StreamPost(BaseModel):
 
 
 class Plan(BaseModel):
-    """What to learn from. out: the model's folder; None only measures the accuracy."""
+    """The posts to learn from. out: the model's folder; None only measures the accuracy."""
 
     names: list[str]
     labels: Labels | None

@@ -1,4 +1,4 @@
-"""What a stand-in for a worker answers: scores of a post's labels, from a function or canned
+"""The answers of a stand-in for a worker: scores of a post's labels, from a function or canned
 labels.
 """
 
@@ -25,7 +25,7 @@ from feedmill.workers.pipeline.outcomes import error_of_post, make_outcome
 #: A post's label; several, for `multi_label`; the score of each label; or None for a post that
 #: fits no label.
 Label: TypeAlias = str | Sequence[str] | Mapping[str, float] | None
-#: How posts are answered: a function of a post and the names of the labels, labels by a post's id,
+#: Source of answers: a function of a post and the names of the labels, labels by a post's id,
 #: title or text, or the label of every post.
 Answer: TypeAlias = Callable[[Post, tuple[str, ...]], Label] | Mapping[str, Label] | str
 

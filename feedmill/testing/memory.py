@@ -32,7 +32,7 @@ POLL_INTERVAL_S = 0.005
 
 
 class Results:
-    """What result backends store, shared by the sender's and the worker's."""
+    """The store of result backends, shared by the sender's and the worker's."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, Any] = {}

@@ -110,7 +110,7 @@ class FakeWorker:
 
     @property
     def answer(self) -> Answer | None:
-        """How posts are answered."""
+        """The source of the posts' answers."""
         return self._answers.answer
 
     @answer.setter

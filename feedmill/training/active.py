@@ -200,7 +200,7 @@ class Session:
 
     @property
     def _has_none(self) -> bool:
-        """Whether an answer is NONE_OF_THESE."""
+        """True if an answer is NONE_OF_THESE."""
         return any(answer.label == NONE_OF_THESE for answer in self.answers)
 
     def outcomes(self, fitted: Fit, vectors: torch.Tensor) -> torch.Tensor:

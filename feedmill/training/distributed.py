@@ -39,7 +39,7 @@ GPU_BACKEND = "cpu:gloo,cuda:nccl"
 #: this one.
 INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOPBACK = "lo"
-#: How the processes are started. CUDA does not survive a fork.
+#: Start method of the processes. CUDA does not survive a fork.
 START_METHOD = "spawn"
 #: Seconds that processes get to end after another one failed.
 GRACE_S = 10.0
@@ -154,7 +154,7 @@ def leave() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """What the processes train. folder: where they leave the result or their failures."""
+    """The training of the processes. folder: where they leave the result or their failures."""
 
     dataset: Dataset
     options: TrainOptions

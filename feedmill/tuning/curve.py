@@ -1,4 +1,4 @@
-"""What a series of trials shows: the fastest size, the knee, the plateau, and the size at which
+"""Read a series of trials: the fastest size, the knee, the plateau, and the size at which
 memory runs out.
 """
 

@@ -42,7 +42,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure besides token budgets."""
+    """Measurements besides token budgets."""
 
     sizes: Sequence[int] = ARRIVAL_SIZES
     ladder: bool = False

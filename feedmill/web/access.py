@@ -19,7 +19,7 @@ from secrets import token_urlsafe
 from feedmill.shared.errors import SettingsError
 from feedmill.shared.settings import PREFIX, Settings
 
-#: What a token may do: read results and runs; send posts; answer and train; and everything,
+#: The scopes of a token: read results and runs; send posts; answer and train; and everything,
 #: deploying models and deleting posts too.
 SCOPES = ("read", "send", "teach", "admin")
 #: Name of the session's cookie.

@@ -159,7 +159,7 @@ class Guard:
 
 
 class Rates:
-    """How many requests each address may send: a bucket that fills with `rate` tokens a second,
+    """A limit of requests for each address: a bucket that fills with `rate` tokens a second,
     and holds twice as many.
     """
 
@@ -224,7 +224,7 @@ class _Exchange:
         self._is_file = scope["path"].startswith(FILE_PATHS)
         self._has_body = scope["method"] not in SAFE_METHODS
         self._bytes = 0
-        #: Of these, the bytes that are counted among all bodies.
+        #: The bytes of these that are counted among all bodies.
         self._counted_bytes = 0
         self._separators = 0
         self._announced_bytes = 0

@@ -1,4 +1,4 @@
-"""What the routes share, and who may use them.
+"""Resources of the routes, and access to them.
 
 Dependencies are coroutines although they wait for nothing: FastAPI calls others on a thread.
 """
@@ -33,7 +33,7 @@ class Resources:
     pages: dict[str, Any] = field(default_factory=dict)
     #: Held while a page's state is made.
     pages_lock: Lock = field(default_factory=Lock)
-    #: What to call when the server stops, on a thread.
+    #: Functions to call on a thread when the server stops.
     endings: list[Callable[[], None]] = field(default_factory=list)
 
 

@@ -1,4 +1,4 @@
-"""What the endpoint takes and answers, as models: the types of its OpenAPI description."""
+"""The endpoint's requests and answers as models: the types of its OpenAPI description."""
 
 from typing import Annotated, Any, Literal
 
@@ -92,7 +92,7 @@ def _with_fields(name: str, text: str, **more: Any) -> Any:
     )
 
 
-#: What some outcomes have (`further_fields`): without a label, the best one and its score; where
+#: Fields of some outcomes (`further_fields`): without a label, the best one and its score; where
 #: each label is scored by itself, those that apply.
 FURTHER_FIELDS = {
     "best_label": (str | None, None),

@@ -44,7 +44,7 @@ PERIODS_S = {
     b"monthly": 30 * 86_400.0,
     b"yearly": 365 * 86_400.0,
 }
-#: What Reddit adds to the text of each entry of its feeds.
+#: Text that Reddit adds to each entry of its feeds.
 SUBMITTED_BY = re.compile(r"\s*submitted by\s+/u/\S+(?:\s+to\s+r/\S+)?\s+\[link\].*$")
 
 

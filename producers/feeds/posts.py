@@ -12,7 +12,7 @@ from feedmill.shared.messages import clean
 
 
 class PostForm(NamedTuple):
-    """What the posts of a feed have in common. url: its address, to which links are relative.
+    """The common fields of a feed's posts. url: its address, to which links are relative.
     languages: those of the posts to send; empty for all.
     """
 

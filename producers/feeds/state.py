@@ -1,4 +1,4 @@
-"""What Redis keeps of each feed: its entries that were read, and when it is read again.
+"""The state of each feed in Redis: its entries that were read, and when it is read again.
 
 Entries and their validators (ETag, Last-Modified) are stored together, after the entries were
 sent: a daemon that is killed before that reads them again.
@@ -101,7 +101,9 @@ class ListedEntry(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What a document has that was not read before. overlaps: whether it has entries that were."""
+    """The entries of a document that were not read before. overlaps: whether it has entries that
+    were.
+    """
 
     new: list[ListedEntry]
     edited: list[ListedEntry]

@@ -1,4 +1,4 @@
-"""What a live source implements: a stream of events, each with a position from which reading can
+"""The interface of a live source: a stream of events, each with a position from which reading can
 be resumed.
 
 `Clock` is its time and its waits; tests replace it. `RequestBudget` and `with_retries` say when a
@@ -67,7 +67,7 @@ class Event(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """What a source yields if nothing is expected for some seconds."""
+    """A pause: the source expects nothing for some seconds."""
 
     seconds: float
 

@@ -160,7 +160,7 @@ class LiveStatus(NamedTuple):
 
 
 class _Report(BaseModel):
-    """What readers need of a daemon's status, as it is stored."""
+    """A daemon's status, as readers need it."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -111,7 +111,7 @@ def test_a_run_and_a_queue_of_other_clients_are_purged(
 def test_dead_letters_of_unreadable_messages_lose_purged_posts(
     redis: RedisServer, tmp_path: Path, kind: str
 ) -> None:
-    """Whether the post is purged while the message waits, or afterwards."""
+    """The post is purged while the message waits, or afterwards."""
     posts = [{"id": "gone", "title": WORDS}, {"id": "late", "title": LATER}]
     message = unreadable(kind, posts)
     redis.client.lpush("feedmill", message)
@@ -155,7 +155,7 @@ def letters_with(redis: RedisServer, folder: Path, words: str) -> list[str]:
 def test_senders_are_told_under_the_id_that_they_sent(
     redis: RedisServer, settings: Settings, tmp_path: Path, client: str
 ) -> None:
-    """Whether the message is refused before its task runs, or classified.
+    """The message is refused before its task runs, or classified.
 
     Without properties, there is no sender.
     """

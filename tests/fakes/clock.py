@@ -1,5 +1,6 @@
-"""A simulated clock for the Reddit daemon."""
+"""A simulated clock for daemons of live sources."""
 
+from feedmill.producers.live.daemon import LiveDaemon
 from feedmill.producers.live.source import Clock, Stopped
 
 
@@ -31,3 +32,11 @@ class SimulatedClock(Clock):
         if seconds > 0:
             self.waits.append(seconds)
             self._passed += seconds
+
+
+def run(daemon: LiveDaemon, clock: SimulatedClock, seconds: float) -> None:
+    """Let a daemon step for some seconds of the clock."""
+    until = clock.monotonic() + seconds
+    while (left := until - clock.monotonic()) > 0:
+        pause = max(daemon.step(), 0.1)
+        clock.wait(min(pause, left))

@@ -51,7 +51,7 @@ class Metric(NamedTuple):
 
 
 class Collector:
-    """What was received."""
+    """The received requests."""
 
     def __init__(self, url: str) -> None:
         self.url = url

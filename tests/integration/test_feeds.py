@@ -26,7 +26,7 @@ from feedmill.producers.push import Pusher
 from feedmill.shared.broker import connect, make_app
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
-from tests.fakes.clock import SimulatedClock
+from tests.fakes.clock import SimulatedClock, run
 from tests.fakes.dribbling import ANSWERS, Dribbling
 from tests.fakes.feeds import Feeds
 from tests.support import RedisServer, queued
@@ -75,12 +75,6 @@ def start(settings: Settings, server: Feeds, clock: SimulatedClock) -> Iterator[
     yield start
     for daemon in daemons:
         daemon.close()
-
-
-def run(daemon: LiveDaemon, clock: SimulatedClock, seconds: float) -> None:
-    until = clock.monotonic() + seconds
-    while (left := until - clock.monotonic()) > 0:
-        clock.wait(min(max(daemon.step(), 0.1), left))
 
 
 def titles(redis: RedisServer) -> list[str]:

@@ -19,7 +19,7 @@ from feedmill.shared.broker import connect, make_app
 from feedmill.shared.keys import TOMBSTONE
 from feedmill.shared.messages import ClassifyOptions
 from feedmill.shared.settings import Settings
-from tests.fakes.clock import SimulatedClock
+from tests.fakes.clock import SimulatedClock, run
 from tests.fakes.mastodon import Mastodon
 from tests.support import RedisServer, queued
 
@@ -59,12 +59,6 @@ def start(
     yield start
     for daemon in daemons:
         daemon.close()
-
-
-def run(daemon: LiveDaemon, clock: SimulatedClock, seconds: float) -> None:
-    until = clock.monotonic() + seconds
-    while (left := until - clock.monotonic()) > 0:
-        clock.wait(min(max(daemon.step(), 0.1), left))
 
 
 def bodies(redis: RedisServer) -> list[str]:

@@ -236,7 +236,7 @@ def of_each_model(start: int, count: int, models: int) -> list[Result]:
 
 
 def test_counts_results_and_not_posts(server: RedisServer) -> None:
-    """Of 160 posts, four results each, with four contexts and refreshed scores beside them."""
+    """160 posts have four results each, with four contexts and refreshed scores beside them."""
     store = ResultsStore(server.client, settings(results_memory=10**7))
     for model_results in (of_each_model(start, 40, 4) for start in range(0, 160, 40)):
         store.write(model_results)

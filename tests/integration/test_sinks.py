@@ -270,7 +270,7 @@ def test_writes_the_best_label_and_the_labels_of_each_row(
     reader: RowReader,
     further_target: tuple[Target, Callable[[], list[Row]]],
 ) -> None:
-    """Of results whose labels are scored by themselves: all above the threshold."""
+    """Results with independent labels list all labels above the threshold."""
     scores = {"x": 0.9, "y": 0.5, "z": 0.4}
     several = make_classification("a", label="x", scores=scores, labels_threshold=0.5)
     without = make_classification(

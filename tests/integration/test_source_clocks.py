@@ -373,7 +373,7 @@ def test_clocks_of_both_that_step_back_lose_nothing(
 def test_numbers_that_go_back_lose_no_item(
     redis: RedisServer, settings: Settings, monkeypatch: pytest.MonkeyPatch, away: str
 ) -> None:
-    """Of a source whose positions are numbers: its server was restored from an older copy."""
+    """The source's positions are numbers, and its server was restored from an older copy."""
     clock = SimulatedClock(1_800_000_000.0)
     with HackerNews() as server:
         monkeypatch.setattr(hacker_news, "URL", server.url)

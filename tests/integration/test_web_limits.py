@@ -1,5 +1,5 @@
-"""What `feedmill web` refuses before a route sees it: foreign hosts and sites, and too much or too
-slow requests, on a real socket.
+"""Requests that `feedmill web` refuses before a route sees them: foreign hosts and sites, and too
+much or too slow requests, on a real socket.
 """
 
 import json
@@ -132,7 +132,7 @@ def test_a_body_that_is_announced_too_large_is_refused_at_once(web: str) -> None
 
 
 def test_a_body_that_grows_too_large_is_refused(web: str) -> None:
-    """Of unannounced length."""
+    """The body has no announced length."""
     part = b"x" * 2**20
     chunk = f"{len(part):x}\r\n".encode() + part + b"\r\n"
     chunks = chunk * (guard.MAX_BODY_BYTES // len(part) + 1)
@@ -178,7 +178,7 @@ def test_a_body_in_small_chunks_is_read(web: str) -> None:
 def test_a_client_that_still_sends_gets_the_error(
     redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    """Of a body that nobody reads: a connection that is reset would lose it."""
+    """The answer arrives although the body is not read: a reset connection would lose it."""
     body = b"x" * (8 * 2**20)
     with serving(redis_server, tmp_path, FEEDMILL_WEB_TOKENS=TOKENS) as url:
         answer = fetch(f"{url}/files/upload", body, Authorization="Bearer wrong")

@@ -177,7 +177,7 @@ def test_a_notice_that_comes_while_another_is_sent_is_sent_as_well(
     status: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whether the former is answered or has failed for the last time."""
+    """The former is answered, or has failed for the last time."""
     monkeypatch.setattr(webhooks, "MAX_ATTEMPTS", 1)
     finish(redis.client, "again")
     answer = f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode()

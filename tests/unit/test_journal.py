@@ -119,7 +119,7 @@ def test_outputs_without_a_name_have_no_journal(tmp_path: Path) -> None:
 def test_a_start_that_fails_leaves_the_outcomes_of_earlier_ones(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], error: BaseException
 ) -> None:
-    """Whether the model or the input fails: the next start continues."""
+    """The model or the input fails: the next start continues."""
     posts = some(30)
     path = tmp_path / "posts.jsonl"
     path.write_text(as_jsonl(posts))

@@ -1,4 +1,4 @@
-"""What only Linux offers, and the fallbacks where it is hidden."""
+"""Functions that only Linux has, and the fallbacks where it is hidden."""
 
 import os
 from pathlib import Path

@@ -53,7 +53,7 @@ class Stream:
 
 
 class Cuda:
-    """What GpuOutputs uses of torch.cuda."""
+    """The parts of torch.cuda that GpuOutputs uses."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a refused message says about its callers: workers/runtime/refusals.py and
+"""A refused message's answers to its callers: workers/runtime/refusals.py and
 workers/transport/leases.py.
 """
 

@@ -144,7 +144,7 @@ def in_a_loop(
     __: int,
     **given: Any,
 ) -> torch.Tensor:
-    """What torch's kernel for rows of any length computes, in another way: one row after the
+    """Compute what torch's kernel for rows of any length does, in another way: one row after the
     other.
     """
     (left, right), scale = (

@@ -1,4 +1,4 @@
-"""Which environment switches tracing on, and what logs say about messages."""
+"""The environment that switches tracing on, and messages in logs."""
 
 import json
 import logging

@@ -370,7 +370,7 @@ def test_trainer_options_reach_the_trainer(base: Path, tmp_path: Path) -> None:
 
 
 def test_recomputed_activations_give_equal_weights(tmp_path: Path) -> None:
-    """Of a sentence encoder with a head, which is not a model of transformers."""
+    """The model is a sentence encoder with a head, which transformers does not have."""
     base = make_sentence_model(tmp_path / "base", dense=24)
     plain = trained(base, tmp_path / "a", dtype="float32")
     recomputed = trained(

@@ -61,7 +61,7 @@ class TensorPlace(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """How many numbers the tensor has."""
+        """Number of the tensor's elements."""
         return math.prod(self.shape)
 
 

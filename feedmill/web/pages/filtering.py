@@ -1,4 +1,4 @@
-"""Which posts a page of the stream shows: the fields of its form, which are in its address."""
+"""The filter of a page of the stream: the fields of its form, which are in its address."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class StreamFilter:
         language: Text = "",
         words: Text = "",
     ) -> None:
-        #: What the form shows.
+        #: Fields of the form.
         self.form = {
             "label": label,
             "none": none,
@@ -41,7 +41,7 @@ class StreamFilter:
             "language": language,
             "words": words,
         }
-        #: What the address says, without empty fields.
+        #: Fields of the address, without empty ones.
         self.fields: dict[str, str] = {}
         for name, text in self.form.items():
             if text.strip():

@@ -1,4 +1,5 @@
-"""What all pages share: rendering, who may see them, forms, and errors that people can read.
+"""The common parts of all pages: rendering, who may see them, forms, and errors that people can
+read.
 
 A page's module makes a router with `page_router()`, names who may see it with `person(scope)`, and
 answers with `page(request, template, …)`. Forms send `application/x-www-form-urlencoded`; `Form`

@@ -27,7 +27,7 @@ REASONS = {
     "disagreement": "two models disagree",
     "unlabelled": "the model found no label",
 }
-#: What the keys do that are no label's.
+#: Actions of the keys that are no label's.
 COMMANDS = {
     "none": "none of these",
     "skip": "skip",

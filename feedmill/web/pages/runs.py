@@ -108,7 +108,7 @@ class Turns:
 
 
 class Desk:
-    """What the pages of runs keep: files, sendings, and the turns of exports."""
+    """The state of the pages of runs: files, sendings, and the turns of exports."""
 
     def __init__(self, shared: Resources) -> None:
         self.uploads = Uploads()

@@ -48,7 +48,7 @@ class Stopped(Exception):  # noqa: N818 - named after the event
 
 @dataclass(frozen=True)
 class SendRequest:
-    """What to send of a file, and how.
+    """A file to send, and its columns and options.
 
     columns: those that people chose. keep: names of columns to keep for the download.
     """
@@ -95,7 +95,7 @@ class Sending:
     reading: FileReading | None = None
     pusher: Pusher | None = None
     is_ended: bool = False
-    #: What ended it early; "" if nothing did.
+    #: Reason for an early end; "" if there is none.
     problem: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
 

@@ -149,7 +149,7 @@ def describe(row: ResultRow) -> dict[str, Any]:
         "address": post_address(str(post["id"])),
         "text": WHITE_SPACE.sub(" ", str(text))[:TEXT_LENGTH].strip(),
         "label": result["label"],
-        #: What the chart calls it.
+        #: Its name in the chart.
         "name": result["label"] or NO_LABEL,
         "best": best_label(result),
         "score": label_score(result),

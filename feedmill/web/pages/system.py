@@ -86,7 +86,7 @@ def watcher_of(shared: Resources) -> Watcher:
 
 @dataclass
 class Outcome:
-    """What a request did to dead letters."""
+    """The effect of a request on dead letters."""
 
     done: str = ""
     problem: str = ""

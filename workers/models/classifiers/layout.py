@@ -93,7 +93,7 @@ LEGACY_POOLING_KEYS = {
 
 
 class TextSettings(NamedTuple):
-    """How a sentence-transformers model reads a text."""
+    """The text processing of a sentence-transformers model."""
 
     #: Maximum tokens per text; None if the folder sets no limit.
     max_tokens: int | None
